@@ -65,7 +65,9 @@ def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array]) -> Any:
 def with_explicit_axes(
     fn: Callable[..., Any], operands: Sequence[Array], specs: Sequence[PartitionSpec], mesh: Any
 ) -> Any:
-    """`fn(*operands)` along the explicit axes of its mesh (if any); `specs` cut the operands."""
+    """`fn(*operands)` of a jaxpr that was traced along the explicit axes of `mesh` (if any), where
+    axes are automatic: `specs` cut the operands. Where axes are explicit, the operands are cut.
+    """
     if mesh is None or explicit_axes_of(get_abstract_mesh()):
         return fn(*operands)
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)

@@ -266,16 +266,19 @@ def is_converted(node: Any) -> bool:
 
 
 def closed_functions(tree: Any) -> Any:
-    """The PyTree with a `ClosedFunction`, whose jaxpr may hold arrays, for converted functions."""
+    """The PyTree with a `ClosedFunction` for every converted function, whose jaxpr may hold arrays.
+    `out_static` and `out_dynamic_struct` are fields of Equinox.
+    """
 
     def close(node):
         if not is_converted(node):
             return node
         jaxpr, constants = _without_calls(node.jaxpr, node.consts)
+        static_leaves, treedef = node.out_static
         return ClosedFunction(
             program=Static(jaxpr),
             constants=[jnp.asarray(x) for x in constants],
-            static_outputs=jtu.tree_unflatten(*reversed(node.out_static)),
+            static_outputs=jtu.tree_unflatten(treedef, static_leaves),
             outputs=node.out_dynamic_struct[1],
         )
 

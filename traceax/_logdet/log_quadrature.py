@@ -241,12 +241,11 @@ def radau_rule(
 
 def core_of_radau(rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
     """The derivative of Radau's rule by V^H M V. Both rules are (nodes, masses, vectors)."""
-    nodes, masses, vectors = gauss_rule
+    nodes, _, vectors = gauss_rule
     core = derivative_core(jnp.log, rule[0], rule[2])
-    largest = jnp.max(jnp.where(masses > 0, nodes, 0), axis=1)
     index = jnp.argmax(nodes, axis=1)[:, None, None]
     top = jnp.take_along_axis(vectors, index, axis=2)  # h = V top
-    lost = core[:, j - 1, j - 1] * reduction / largest
+    lost = core[:, j - 1, j - 1] * reduction / jnp.max(nodes, axis=1)
     return core - lost[:, None, None] * top * jnp.swapaxes(top, 1, 2)
 
 

@@ -73,7 +73,7 @@ def low_rank_of(
     sketch = factors.products.numbers - (shift - nu).astype(p.dtype) * p
     f = matmul(sketch, factors.vectors) * jnp.sqrt(scale * shifted.inverse_core).astype(p.dtype)
     q, r = qr(f)
-    # The eigenvalues of F F^H, less nu. Orthogonal columns make G^H G diagonal to rounding.
+    # The eigenvalues of F F^H, less nu. With orthogonal columns G^H G of `factors` is diagonal.
     u, sigma, _ = svd(r)
     lengths = jnp.sqrt(jnp.maximum(jnp.square(sigma) - scale * nu, 0))
 

@@ -70,17 +70,17 @@ STEPS = 3
 def neighbours(
     operator: lx.AbstractLinearOperator,
     f: Inexact[Array, "n r"],
-    diagonal: Real[Array, " n"],
+    left: Real[Array, " n"],
     order: Real[Array, " n"],
     m: int,
     steps: Int[Array, ""] | None = None,
 ) -> Int[Array, "n m"]:
-    """The m points before each that correlate most with it under R, or, if `steps` are given, are
-    coupled most in so many steps; n where there are fewer.
+    """The m points before each that correlate most with it under R, whose diagonal is `left`, or,
+    if `steps` are given, are coupled most in so many steps; n where there are fewer.
     """
     n = len(order)
-    scale = 1 / diagonal.astype(np.float32)
-    half = 0.5 / diagonal[:, None]
+    unit = 1 / jnp.sqrt(left)
+    half = 0.5 / left[:, None]
 
     def step(_, state):
         power, total = state
@@ -93,9 +93,9 @@ def neighbours(
         if steps is not None:  # |A| + |A D^{-1} A| / 2 + ...
             start = entries.T, jnp.abs(entries.T)
             entries = lax.fori_loop(1, steps, step, start)[1].T
-        score = jnp.square(jnp.abs(entries).astype(np.float32)) * scale
-        # In units of R_ii a score is the square of a correlation: no inf, and no denormal number.
-        score = jnp.clip(score * scale[rows, None], 1e-30, 1e30)
+        correlations = jnp.abs(entries) * unit * unit[rows, None]
+        # No inf, and no denormal number, which are slow.
+        score = jnp.clip(correlations.astype(np.float32), 1e-30, 1e30)
         score = jnp.where(order < order[rows, None], score, 0)
         values, places = lax.top_k(score, m)
         return jnp.where(values > 0, places, n).astype(jnp.int32)

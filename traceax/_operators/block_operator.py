@@ -225,8 +225,9 @@ def transpose_of(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperat
     except (AssertionError, NotImplementedError) as error:  # of JAX
         raise ValueError(
             f"JAX cannot transpose the product of this {type(operator).__name__} (with vectors "
-            f"{operator.in_structure()}), as it is not linear in the vector. Give a linear "
-            "function, or the derivative of this one: `lineax.JacobianLinearOperator`."
+            f"{operator.in_structure()}): it is not linear in the vector, or its class has no "
+            "`transpose`. Give a linear function, or the derivative of this one: "
+            "`lineax.JacobianLinearOperator`."
         ) from error
 
 
