@@ -127,7 +127,8 @@ class AbstractSampler(eqx.Module):
             raise ValueError(
                 f"improved=True renormalises residual probes, which is biased for {own} probes of "
                 f"{type(self).__name__} and a {dtype} operator: they are not rotation invariant "
-                "there. Use SphereSampler() or NormalSampler() without a dtype, or improved=False."
+                "there. Use SphereSampler() or NormalSampler(), of no real dtype if A is complex, "
+                "or improved=False."
             )
 
     def _check_kind(self, dtype: np.dtype) -> None:
