@@ -213,7 +213,7 @@ def _estimates(solution: tr.Solution, exact: tr.Solution | None) -> dict[str, np
 
 
 def _run(options: Namespace) -> str:
-    """Compute, print and write; returns a message, empty if the result can be trusted."""
+    """Compute, print and draw; returns a message, empty if the result can be trusted."""
     if options.plot:
         importlib.import_module("matplotlib")  # that it is missing is said before anything is done
     is_function = options.command in ("logdet", "density") or options.function is not None

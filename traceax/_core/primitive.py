@@ -5,8 +5,8 @@ No other file touches `jax.extend` or `jax.interpreters`. (No file touches `equi
 `jax._src`.) `programs` says what may be static in a program.
 
 The operands of a primitive are the key and the arrays in the operator and the estimator; everything
-else is static and hashable. The implementation and the derivative are plain functions
-of those arrays, `_run` and `_tangent`. The rules of the primitive only call these two:
+else is static and hashable. The implementation and the derivative are plain functions of those
+arrays, `_run` and `_tangent`. The rules of the primitive only call these two:
 
 - abstract evaluation is `jax.eval_shape` of `_run`;
 - batching adds a *vmap* (the batched axes of the operands) to the static parameters and binds the

@@ -215,7 +215,7 @@ def quadrature_after(
         errors = jnp.where(floor > 0, jnp.maximum(share, 1 - share) * gap, errors)
         hidden = jnp.where(floor > 0, 0, hidden)
         if core is not None:
-            of_radau = core_of_radau(rule, j, reduction, (nodes, masses, vectors))
+            of_radau = core_of_radau(rule, j, reduction, nodes, vectors)
             core = core + share[:, None, None] * (of_radau - core)
     in_use = lengths > 0
     probes = probes._replace(samples=jnp.where(in_use, samples, 0))
@@ -239,9 +239,8 @@ def radau_rule(
     return (positive(nodes), masses, vectors), reduction
 
 
-def core_of_radau(rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
-    """The derivative of Radau's rule by V^H M V. Both rules are (nodes, masses, vectors)."""
-    nodes, _, vectors = gauss_rule
+def core_of_radau(rule, j, reduction, nodes, vectors) -> Real[Array, "p q q"]:
+    """The derivative of Radau's `rule` by V^H M V; `nodes` and `vectors` are of Gauss' rule."""
     core = derivative_core(jnp.log, rule[0], rule[2])
     index = jnp.argmax(nodes, axis=1)[:, None, None]
     top = jnp.take_along_axis(vectors, index, axis=2)  # h = V top

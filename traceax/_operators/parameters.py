@@ -116,11 +116,13 @@ def _nnx() -> Any:
 
 
 def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, getattr(_nnx(), "Variable", ()))
+    nnx = _nnx()
+    return nnx is not None and isinstance(leaf, nnx.Variable)
 
 
 def _is_module(node: Any) -> bool:
-    return isinstance(node, getattr(_nnx(), "Pytree", ()))
+    nnx = _nnx()
+    return nnx is not None and isinstance(node, nnx.Pytree)
 
 
 # --- groups ---------------------------------------------------------------------------------------
