@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from traceax._core.precision import adjoint, matmul
 from traceax._linalg.factorisations import qr
 from traceax._sketch import nystrom
-from traceax._sketch.leave_one_out import adjoint, matmul
 from traceax._sketch.shrunk import plain_samples, shrunk_samples
 
 from .common import with_eigenvalues

@@ -43,7 +43,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from ._core.estimate import Estimate, evidence_of, rounding_of, safe_norm, scale_of
-from ._core.precision import any_promotion, matmul
+from ._core.precision import adjoint, any_promotion, matmul, row_dots, row_squares
 from ._core.verdict import RESULTS, verdict
 from ._estimators.estimator import check_budget, check_key
 from ._estimators.solution import Solution, solution_of
@@ -53,7 +53,7 @@ from ._operators.block_operator import BlockOperator
 from ._operators.checks import as_operator
 from ._probes.random import split
 from ._probes.samplers import AbstractSampler, SphereSampler
-from ._sketch.leave_one_out import adjoint, resphering, row_dots, row_squares, scaled, shift_of
+from ._sketch.leave_one_out import resphering, scaled, shift_of
 
 _SMALLEST = {"recycled": 2, "deltashift": 4}
 

@@ -13,9 +13,9 @@ import pytest
 from traceax import RESULTS, gaussian_log_density, inverse_trace, logdet, spectral_sum
 from traceax._core.precision import any_promotion
 from traceax._logdet.log_quadrature import Probes, mean_quotient, sum_of_logarithms
-from traceax._logdet.low_rank import low_rank_of
 from traceax._logdet.preconditioners import KernelPreconditioner, NystromPreconditioner
 from traceax._logdet.preparation import preparation_for
+from traceax._sketch.low_rank import low_rank_of
 
 from ..helpers import PSD, by_products, keys, over_keys, with_spectrum
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Inexact, Real
 
 
 def matmul(a: Array, b: Array) -> Array:
@@ -26,6 +26,37 @@ def matmul(a: Array, b: Array) -> Array:
 
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def adjoint(a: Inexact[Array, "a b"]) -> Inexact[Array, "b a"]:
+    """The conjugate transpose."""
+    return jnp.conj(a.T)
+
+
+def row_dots(a: Inexact[Array, "m n"], b: Inexact[Array, "m n"]) -> Inexact[Array, " m"]:
+    """The inner products of corresponding rows, conjugate in the first."""
+    return jnp.sum(jnp.conj(a) * b, axis=1)
+
+
+def row_squares(a: Inexact[Array, "m n"]) -> Real[Array, " m"]:
+    """The squared norms of the rows."""
+    return jnp.sum(square_of(a), axis=1)
+
+
+def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[Array, " m"]:
+    """The inner products a_i^H b_i of corresponding columns."""
+    # Over the rows of the transpose: long vectors are stored as rows, and XLA would transpose them.
+    return row_dots(a.T, b.T)
+
+
+def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
+    """The squared norms of the columns."""
+    return row_squares(a.T)  # see `column_dots`
+
+
+def square_of(a: Inexact[Array, "..."]) -> Real[Array, "..."]:
+    """The squared absolute values."""
+    return jnp.square(a.real) + jnp.square(a.imag) if jnp.iscomplexobj(a) else jnp.square(a)
 
 
 def at_least_single(dtype: Any) -> np.dtype:

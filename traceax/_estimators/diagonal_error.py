@@ -27,15 +27,8 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import safe_norm
-from .._core.precision import matmul
-from .._sketch.leave_one_out import (
-    Pairs,
-    adjoint,
-    column_dots,
-    mean_of_others,
-    square_of,
-    usable_covariance,
-)
+from .._core.precision import adjoint, column_dots, matmul, square_of
+from .._sketch.leave_one_out import Pairs, mean_of_others, usable_covariance
 from .._sketch.ranges import captured_diagonal
 from .._sketch.shrunk import plain_samples, shrinkage
 from .._sketch.weights import AbstractWeights

@@ -8,10 +8,11 @@ import numpy as np
 from jaxtyping import Array, Inexact
 
 from .._core.estimate import Estimate, evidence_of, mean_and_std_err, rounding_of, safe_norm
+from .._core.precision import adjoint, column_dots, matmul, square_norms
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, SphereSampler, as_sampler, random_signs
-from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, square_norms
+from .._sketch.leave_one_out import resphering
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .._sketch.weights import LowRankWeights
 from .diagonal_error import DiagonalWeights, with_ties

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import scale_of
-from .._sketch.leave_one_out import square_of
+from .._core.precision import square_of
 
 
 @final

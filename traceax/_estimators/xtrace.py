@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Inexact
 
 from .._core.estimate import Estimate, evidence_of, mean_and_std_err, rounding_of, worse
+from .._core.precision import adjoint, column_dots, matmul, square_norms, square_of
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import definite_sign, sign_of
@@ -19,10 +20,7 @@ from .._sketch.leave_one_out import (
     LeaveOneOut,
     RangeFinder,
     Samples,
-    adjoint,
-    column_dots,
     leave_one_out_error,
-    matmul,
     pairs_of,
     pairs_of_gram,
     published_samples,
@@ -30,8 +28,6 @@ from .._sketch.leave_one_out import (
     range_finder,
     rescale_error,
     shifted_sketch,
-    square_norms,
-    square_of,
     xtrace_weights,
 )
 from .._sketch.nystrom import (

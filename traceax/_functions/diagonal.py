@@ -29,7 +29,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from .._core.derivatives import constant
 from .._core.estimate import rounding_of, safe_norm
-from .._core.precision import matmul
+from .._core.precision import adjoint, matmul, square_of
 from .._core.primitive import spectral_diagonal_p
 from .._estimators.estimator import AbstractEstimator, check_budget, check_either, estimated
 from .._estimators.solution import Solution, restructure
@@ -37,7 +37,6 @@ from .._linalg.block_lanczos import block_lanczos
 from .._linalg.factorisations import ritz_values
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import RademacherSampler
-from .._sketch.leave_one_out import adjoint, square_of
 from .funm import (
     AbstractFunctionEstimator,
     hermitian_operator,

@@ -56,7 +56,7 @@ from .._core.estimate import (
     scale_of,
     worse,
 )
-from .._core.precision import any_promotion, einsum
+from .._core.precision import adjoint, any_promotion, einsum
 from .._core.programs import closed_function
 from .._estimators.estimator import AbstractEstimator, check_budget
 from .._linalg.factorisations import eigh
@@ -66,7 +66,6 @@ from .._operators.checks import as_operator
 from .._operators.known_parts import matrix_of
 from .._operators.tags import is_hermitian
 from .._probes.samplers import SphereSampler
-from .._sketch.leave_one_out import adjoint
 from .._sketch.nystrom import skew_of_core
 from .nodes import (
     OF_EIGENVALUES,

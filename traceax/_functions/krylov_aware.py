@@ -40,13 +40,12 @@ import numpy as np
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import Evidence, all_finite, mean_and_std_err, rounding_of, scale_of, worse
-from .._core.precision import einsum, matmul
+from .._core.precision import einsum, matmul, square_of
 from .._linalg.arnoldi import orthogonal_part
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos
 from .._linalg.factorisations import ritz_values
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
-from .._sketch.leave_one_out import square_of
 from .funm import AbstractSpectralEstimator, SpectralWeights
 from .nodes import (
     Function,

@@ -9,13 +9,21 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, Evidence, evidence_of, norm_of, scale_of, skew_of, worse
-from .._core.precision import matmul
+from .._core.estimate import (
+    Estimate,
+    Evidence,
+    evidence_of,
+    norm_of,
+    safe_norm,
+    scale_of,
+    skew_of,
+    worse,
+)
+from .._core.precision import adjoint, matmul
 from .._functions.quadrature_error import exact_estimate, quadrature_estimate
 from .._linalg.factorisations import cholesky_solve, generic, lower_cholesky
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, matrix_of, split_shift, stored_diagonal
-from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
 from .factors import Factors
 from .run import Run
@@ -47,6 +55,20 @@ def rounding_of(
     # An operator that is not Hermitian has no logarithm either.
     seen = worse(seen, Evidence(outside=jnp.maximum(outside, seen.skew)))
     return jnp.minimum(rounding, eps * row / positive), seen
+
+
+def rounding_of_form(
+    factors: Factors, largest: Real[Array, ""], x: Inexact[Array, "n t"], eps: float
+) -> Real[Array, " t"]:
+    """The rounding error of every x_j^H A x_j: a share of eps ||a|| ||D^{1/2} x||^2, with a the
+    largest row of D^{-1/2} A D^{-1/2}, and P's scaling D. `largest` is the largest Ritz value of M,
+    `eps` the relative precision of products with A.
+    """
+    row = jnp.maximum(largest, jnp.maximum(largest, 1) * factors.row)
+    share = min(1 / 6, 6 / math.sqrt(len(x)))
+    # Not the square of the norm, which overflows for operators of tiny scale.
+    scaled = factors.unit[:, None].astype(x.dtype) * x
+    return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(scaled.T))
 
 
 def estimate_of(

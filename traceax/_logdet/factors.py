@@ -26,11 +26,10 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._core.estimate import Evidence, scale_of
-from .._core.precision import any_promotion, einsum, matmul
+from .._core.precision import adjoint, any_promotion, einsum, matmul, square_norms, square_of
 from .._linalg.factorisations import generic, lower_cholesky, lower_solve
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.known_parts import submatrices
-from .._sketch.leave_one_out import adjoint, square_norms, square_of
 
 #: The numbers in a block of rows.
 BLOCK = 2**21

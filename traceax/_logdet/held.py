@@ -36,7 +36,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.estimate import Estimate, mean_and_std_err, scale_of
-from .._core.precision import einsum
+from .._core.precision import adjoint, einsum, matmul, square_norms
 from .._functions.funm import ended_after, mean_and_error
 from .._functions.nodes import divided_differences
 from .._functions.quadrature_error import orders_of, truncation_error
@@ -44,10 +44,8 @@ from .._linalg.factorisations import qr
 from .._linalg.lanczos import lanczos, positive, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
-from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
-from .conjugate_gradients import rounding_of_form
-from .estimator import estimate_of, rounding_of
+from .estimator import estimate_of, rounding_of, rounding_of_form
 from .factors import BuiltPreconditioner, Factors, outside_of
 from .own_derivative import own_derivative
 

@@ -42,12 +42,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Real
 
 from .._core.estimate import norm_of, relative, scale_of
-from .._core.precision import einsum, matmul
+from .._core.precision import einsum, matmul, square_norms, square_of
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
 from .._functions.nodes import UNRESOLVED, unresolved
 from .._functions.quadrature_error import missed, orders_of
 from .._linalg.lanczos import Lanczos, positive, quadrature
-from .._sketch.leave_one_out import square_norms, square_of
 
 #: The chance that all probes miss an eigenvalue, if it is harmless.
 MISSED = 0.01
@@ -157,40 +156,37 @@ def missed_inverse(probes: Probes, floor: Real[Array, ""]) -> Real[Array, ""]:
 def quadrature_after(
     krylov: Lanczos,
     j: Int[Array, ""],
-    history: Real[Array, "q p"],
     lengths: Real[Array, " p"],
     floor: Real[Array, ""] | None,
     *,
     inverse: bool,
     weights: bool,
-) -> tuple[Probes, Real[Array, "2"], Real[Array, "p q q"] | None, Real[Array, "q p"]]:
+) -> tuple[Probes, Real[Array, "2"], Array | None]:
     """Returns (quadrature after j >= 1 steps, the mean error of z^H f(M) z / n without and with
-    what smaller eigenvalues may hide, the derivative of the logarithms by V^H M V if `weights`,
-    `history` with the value of Gauss' rule after j).
+    what smaller eigenvalues may hide, the derivative of the logarithms by V^H M V if `weights`, or
+    of the `inverse` M^{-1} z / |z| in the basis of each probe, after q, q - d and q - 2d steps).
 
-    Row i - 1 of `history` is for i steps. `lengths` are those of `Probes`; `floor` is a, None or 0
-    if it is not known.
+    `lengths` are those of `Probes`; `floor` is a, None or 0 if it is not known.
     """
-    ended = ended_after(krylov, [j])  # pyright: ignore[reportArgumentType]
-    nodes, masses, vectors = quadrature(ended)
+    orders = [jnp.maximum(m, 1) for m in orders_of(j)]
+    rules = quadrature(ended_after(krylov, orders))  # pyright: ignore[reportArgumentType]
+    nodes, masses, vectors = (x[: len(lengths)] for x in rules)
     residual = krylov.beta[j - 1]
     masses = jnp.where(lengths[:, None] > 0, masses, 0)
     exhausted = residual == 0
     probes = Probes(lengths, jnp.zeros_like(lengths), nodes, masses, exhausted, 0 * lengths)
     nodes = positive(nodes)
-    samples = jnp.sum(masses * jnp.log(nodes), axis=1)
-    history = history.at[j - 1].set(samples)
     eps = float(jnp.finfo(nodes.dtype).eps)
     low = nodes[:, 0]
     residuals = residual[:, None] * jnp.abs(vectors[:, j - 1])
     hides = residuals[:, 0] > UNRESOLVED * low
     hidden = jnp.zeros_like(low)
-    core = derivative_core(jnp.log, nodes, vectors) if weights and not inverse else None
     if inverse:
+        solved = einsum("paj,pj->pa", rules[2], rules[2][:, 0, :] / positive(rules[0]))
+        kept = solved.reshape(3, *nodes.shape)
         # T^{-1} e_1 ends with this number: the solve of M x = z leaves a residual of norm
         # beta_j |z| |last|. (Probes of the logarithm have length 1, those of 1/x have not.)
-        last = jnp.sum(vectors[:, j - 1, :] * vectors[:, 0, :] / nodes, axis=1)
-        left = jnp.abs(residual * last)
+        left = jnp.abs(residual * kept[0, :, j - 1])
         least = jnp.where(hides, eps * low, low)
         if floor is not None:
             least = jnp.where((floor > 0) & (floor < 2 * low), jnp.minimum(floor, low), least)
@@ -200,31 +196,35 @@ def quadrature_after(
         errors = lengths * jnp.square(left) / least
         samples = lengths * jnp.sum(masses * (1 / nodes - 1), axis=1)
     else:
-        errors = jnp.where(exhausted, 0, truncation_error_at(history, j))
+        kept = derivative_core(jnp.log, nodes, vectors) if weights else None
+        logs = jnp.sum(rules[1] * jnp.log(positive(rules[0])), axis=1).reshape(3, -1)
+        samples = logs[0]
+        changes = jnp.abs(jnp.diff(logs, axis=0))
+        errors = jnp.where(exhausted, 0, jnp.where(j > 1, missed(changes[0], changes), jnp.inf))
         lowest = eps**2 * jnp.max(nodes, axis=1)
         errors = errors + jnp.where(hides, masses[:, 0] * jnp.log(low / lowest), 0)
         changes = unresolved(jnp.log, nodes, jnp.log(nodes), residuals, masses > 0)
         hidden = jnp.sum(masses * changes, axis=1)
     if floor is not None and not inverse:
         known = ~exhausted & (floor > 0)
-        rule, reduction = radau_rule(ended, j, nodes, vectors[:, j - 1, :], floor, known)
+        rule, reduction = radau_rule(krylov, j, nodes, vectors[:, j - 1, :], floor, known)
         gap = samples - jnp.sum(rule[1] * jnp.log(rule[0]), axis=1)
         gap = jnp.where(known, jnp.maximum(gap, 0), 0)
         share = jnp.minimum(0.6, floor / nodes[:, 0])
         samples = samples - share * gap
         errors = jnp.where(floor > 0, jnp.maximum(share, 1 - share) * gap, errors)
         hidden = jnp.where(floor > 0, 0, hidden)
-        if core is not None:
+        if kept is not None:
             of_radau = core_of_radau(rule, j, reduction, nodes, vectors)
-            core = core + share[:, None, None] * (of_radau - core)
+            kept = kept + share[:, None, None] * (of_radau - kept)
     in_use = lengths > 0
     probes = probes._replace(samples=jnp.where(in_use, samples, 0))
     errors = jnp.where(in_use, jnp.stack([errors, errors + hidden]), 0)
-    return probes, jnp.sum(errors, axis=1) / probes.number, core, history
+    return probes, jnp.sum(errors, axis=1) / probes.number, kept
 
 
 def radau_rule(
-    ended: Lanczos, j: Any, nodes: Array, last: Array, floor: Array, known: Array
+    krylov: Lanczos, j: Any, nodes: Array, last: Array, floor: Array, known: Array
 ) -> tuple[tuple[Array, Array, Array], Array]:
     """Returns (nodes, masses, vectors of Radau's rule after j steps, 1 / r): see above. `last` is
     the last row of S. It is Gauss' rule for probes whose `floor` is not `known`.
@@ -234,8 +234,8 @@ def radau_rule(
     a = jnp.minimum(floor, nodes[:, 0] * (1 - math.sqrt(eps)))
     a = jnp.maximum(a, eps**2 * nodes[:, -1])
     reduction = jnp.where(known, 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1), 0)
-    reduced = ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
-    nodes, masses, vectors = quadrature(reduced)
+    reduced = krylov._replace(alpha=krylov.alpha.at[j - 1].add(-reduction))
+    nodes, masses, vectors = quadrature(ended_after(reduced, [j]))
     return (positive(nodes), masses, vectors), reduction
 
 
@@ -246,19 +246,3 @@ def core_of_radau(rule, j, reduction, nodes, vectors) -> Real[Array, "p q q"]:
     top = jnp.take_along_axis(vectors, index, axis=2)  # h = V top
     lost = core[:, j - 1, j - 1] * reduction / jnp.max(nodes, axis=1)
     return core - lost[:, None, None] * top * jnp.swapaxes(top, 1, 2)
-
-
-def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[Array, " p"]:
-    """The error after j steps, from the values after j, j - d and j - 2d: see `_functions.funm`."""
-    d = (j + 3) // 4
-    last, previous, first = (history[jnp.maximum(m - 1, 0)] for m in (j, j - d, j - 2 * d))
-    changes = jnp.abs(jnp.stack([last - previous, jnp.where(j > 2 * d, previous - first, 0)]))
-    return jnp.where(j > d, missed(changes[0], changes), jnp.inf)
-
-
-def solutions_after(krylov: Lanczos, j: Int[Array, ""]) -> Real[Array, "3 p q"]:
-    """M^{-1} z / |z| in the basis of each probe; [i] is after j - i d steps (at least 1)."""
-    ends = [jnp.maximum(m, 1) for m in orders_of(j)]
-    nodes, _, vectors = quadrature(ended_after(krylov, ends))  # pyright: ignore[reportArgumentType]
-    found = einsum("paj,pj->pa", vectors, vectors[:, 0, :] / positive(nodes))
-    return found.reshape(3, krylov.alpha.shape[1], -1)

@@ -39,9 +39,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.precision import einsum
+from .._core.precision import einsum, square_norms
 from .._linalg.lanczos import Lanczos
-from .._sketch.leave_one_out import square_norms
 
 
 def own_derivative(

@@ -36,21 +36,14 @@ from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any, nothing_like
 from .._core.estimate import Evidence, worse
-from .._core.precision import einsum, matmul
+from .._core.precision import adjoint, einsum, matmul, square_of
 from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
-from .._linalg.lanczos import Lanczos, tridiagonal
+from .._linalg.conjugate_gradients import Solve, cg_step, goes_on
+from .._linalg.lanczos import tridiagonal
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import RademacherSampler, SphereSampler
-from .._sketch.leave_one_out import adjoint, square_of
-from .conjugate_gradients import Solve, cg_step, goes_on
 from .factors import Factors
-from .log_quadrature import (
-    Probes,
-    quadrature_after,
-    solutions_after,
-    sum_of_inverses,
-    sum_of_logarithms,
-)
+from .log_quadrature import Probes, quadrature_after, sum_of_inverses, sum_of_logarithms
 
 #: The most steps of a recurrence.
 MOST_STEPS = 100
@@ -74,7 +67,7 @@ class Bases(NamedTuple):
         return Bases(
             put(self.starts, omega, sums.drawn),
             self.rows.at[places].set(basis, mode="drop"),
-            self.core.at[places[:, :, None], places[:, None, :]].set(panel.core, mode="drop"),
+            self.core.at[places[:, :, None], places[:, None, :]].set(panel.kept, mode="drop"),
         )
 
 
@@ -87,8 +80,7 @@ class Solutions(NamedTuple):
 
     def added(self, panel: "Panel", sums: "Sums", omega: Array, z: Array, _) -> "Solutions":
         """The solutions with those of a panel."""
-        found = solutions_after(panel.recurrences(), panel.steps)
-        found = (found * jnp.linalg.norm(z, axis=0)[:, None]).astype(z.dtype)
+        found = (panel.kept * jnp.linalg.norm(z, axis=0)[:, None]).astype(z.dtype)
         solved = einsum("pqn,opq->onp", panel.krylov.basis, found)
         new = omega.real, z, solved
         return Solutions(*(put(x, y, sums.drawn) for x, y in zip(self, new, strict=True)))
@@ -118,18 +110,13 @@ class Panel(NamedTuple):
 
     krylov: Arnoldi  # in a unit of its own
     steps: Int[Array, ""]
-    history: Real[Array, "q p"]  # Gauss quadrature after each number of steps
     solve: Solve
     ends: Bool[Array, ""]
     # Once there is a quadrature:
     probes: Any = None
     error: Any = None
-    core: Any = None  # the derivative of the samples by V^H M V, if wanted
+    kept: Any = None  # what `Bases` or `Solutions` keep of it
     evidence: Any = None
-
-    def recurrences(self) -> Lanczos:
-        """The recurrences as a `Lanczos`, whose M is Hermitian."""
-        return tridiagonal(in_own_unit(self.krylov))
 
 
 class Sampling(NamedTuple):
@@ -200,10 +187,10 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     """The panel with its quadrature, and whether it has gone on for long enough, with so many
     products `left`.
     """
-    krylov = panel.recurrences()
-    given = krylov, panel.steps, panel.history, lengths, sampling.floor
+    krylov = tridiagonal(in_own_unit(panel.krylov))
+    given = krylov, panel.steps, lengths, sampling.floor
     flags = {"inverse": sampling.inverse, "weights": sampling.weights}
-    probes, (error, whole_error), core, history = quadrature_after(*given, **flags)
+    probes, (error, whole_error), kept = quadrature_after(*given, **flags)
     n = sampling.block.n
     value, std_err, _ = sampling.sum_over(probes)
     # The standard error of one probe is `std_err` sqrt(number).
@@ -217,8 +204,8 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     fits = (panel.steps + 1) * probes.number <= left
     # In M, products with A have rounding errors relative to `top`: see `Factors`.
     evidence = krylov.evidence(sampling.block.eps, sampling.factors.top)
-    found = {"probes": probes, "error": whole_error, "core": core, "evidence": evidence}
-    return panel._replace(history=history, ends=enough | ~fits, **found)
+    found = {"probes": probes, "error": whole_error, "kept": kept, "evidence": evidence}
+    return panel._replace(ends=enough | ~fits, **found)
 
 
 def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
@@ -248,7 +235,6 @@ def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     panel = Panel(
         krylov=begun(z, sampling.steps),
         steps=jnp.zeros((), jnp.int32),
-        history=jnp.zeros((sampling.steps, sampling.width), lengths.dtype),
         solve=sums.solve,
         ends=jnp.array(False),
     )
@@ -260,11 +246,7 @@ def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 
 def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums:
     """The sums with the quadrature, errors and bases of a panel."""
-    # Only the first panel has the value after every number of steps, as its error requires.
-    error = jnp.where(sums.panels == 0, panel.error, sums.error)
-    if sampling.inverse:
-        total = sums.drawn * sums.error + count * panel.error
-        error = total / (sums.drawn + count)
+    total = sums.drawn * sums.error + count * panel.error
     vectors = sums.vectors
     if vectors is not None:
         vectors = vectors.added(panel, sums, omega, z, count)
@@ -274,7 +256,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
         panels=sums.panels + 1,
         steps=jnp.where(sums.panels == 0, panel.steps, sums.steps),
         probes=jtu.tree_map(partial(put, start=sums.drawn, axis=0), sums.probes, panel.probes),
-        error=error,
+        error=total / (sums.drawn + count),
         evidence=worse(sums.evidence, panel.evidence),
         vectors=vectors,
         solve=panel.solve,

@@ -1,5 +1,5 @@
 """Classes that build a preconditioner: of low rank plus a multiple of the identity
-(`low_rank`), or of low rank plus a sparse inverse factor (`sparse_factor`).
+(`sketch`), or of low rank plus a sparse inverse factor (`sparse_factor`).
 """
 
 import abc
@@ -21,7 +21,7 @@ from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries, split_shift
 from .._operators.tags import semidefinite_sign
 from .factors import BuiltPreconditioner, diagonal_preconditioner
-from .low_rank import Sketch
+from .sketch import Sketch
 from .sparse_factor import prepare
 
 _checked_rank = partial(checked_count, name="rank", none="it is chosen from the budget")

@@ -4,9 +4,9 @@ r"""The preconditioner of a call, and what is left of its budget.
 
 *Products.* A sketch takes k/6 products, at least 4. The rank grows to 3k/4 (for inverses to k/2) if
 k products reach the end of the spectrum of K: if the first l of them leave d dimensions out
-(`low_rank` tells d from angles), and l + d <= k, or 0.45 k where s is neither known nor seen, and
-small eigenvalues may follow. Otherwise P is the diagonal part alone, and the sketch gives a control
-variate (`log_quadrature`). Of shares from 0.3 to 0.6, 0.45 was the best on many spectra.
+(`_sketch.low_rank` tells d from angles), and l + d <= k, or 0.45 k where s is neither known nor
+seen, and small eigenvalues may follow. Otherwise P is the diagonal part alone, and the sketch gives
+a control variate (`log_quadrature`). Of shares from 0.3 to 0.6, 0.45 was the best on many spectra.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from jaxtyping import PRNGKeyArray
 from .._core.control_flow import if_any
 from .._operators.known_parts import noise_of, split_shift
 from .factors import diagonal_preconditioner
-from .low_rank import Sketch
 from .preconditioners import KernelPreconditioner, Preparation, knows_entries
+from .sketch import Sketch
 
 #: A smaller budget is not divided, nor one of twice as many for an inverse (more probes).
 SMALLEST = 12

@@ -14,12 +14,12 @@ from .._core.control_flow import if_any
 from .._core.estimate import Evidence, norm_of, relative, safe_norm, worse
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator, check_either, largest_budget, tolerance_of
+from .._linalg.conjugate_gradients import start_of_solve
 from .._linalg.lanczos import lanczos, quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries
 from .._probes.random import split
-from .conjugate_gradients import start_of_solve
 from .factors import BuiltPreconditioner, Factors
 from .log_quadrature import mean_quotient
 from .panels import Sampling, Sums, sampled

@@ -38,7 +38,7 @@ from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 from .._core.control_flow import if_any
 from .._core.derivatives import change_of, constant
 from .._core.estimate import evidence_of, skew_of
-from .._core.precision import einsum, matmul
+from .._core.precision import adjoint, einsum, matmul, square_norms, square_of
 from .._linalg.factorisations import (
     cholesky_solve,
     eigh,
@@ -56,7 +56,6 @@ from .._operators.known_parts import (
     stored_diagonal,
     submatrices,
 )
-from .._sketch.leave_one_out import adjoint, square_norms, square_of
 from .._sketch.pivoted_cholesky import no_pivots, pivoted_cholesky, rows_of
 from .factors import BuiltPreconditioner, Factors, by_rows, factors_of, gathered_by
 

@@ -367,7 +367,7 @@ def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
 
 
 class Scaling(NamedTuple):
-    """The scaling D of `_logdet.low_rank`: a unit, perhaps unknown, and numbers relative to it."""
+    """The scaling D of `_logdet.sketch`: a unit, perhaps unknown, and numbers relative to it."""
 
     relative: Real[Array, " n"]  # (D / unit)^(1/2)
     unit: Real[Array, ""]  # the unit, if it is known, otherwise 1

@@ -31,41 +31,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._core.estimate import mean_and_std_err, safe_norm, scale_of
-from .._core.precision import matmul as matmul
+from .._core.precision import (
+    adjoint,
+    column_dots,
+    matmul,
+    square_norms,
+    square_of,
+)
 from .._linalg.factorisations import diagonal_of, divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
 from .weights import LowRankWeights
-
-
-def adjoint(a: Inexact[Array, "a b"]) -> Inexact[Array, "b a"]:
-    """The conjugate transpose."""
-    return jnp.conj(a.T)
-
-
-def row_dots(a: Inexact[Array, "m n"], b: Inexact[Array, "m n"]) -> Inexact[Array, " m"]:
-    """The inner products of corresponding rows, conjugate in the first."""
-    return jnp.sum(jnp.conj(a) * b, axis=1)
-
-
-def row_squares(a: Inexact[Array, "m n"]) -> Real[Array, " m"]:
-    """The squared norms of the rows."""
-    return jnp.sum(square_of(a), axis=1)
-
-
-def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[Array, " m"]:
-    """The inner products a_i^H b_i of corresponding columns."""
-    # Over the rows of the transpose: long vectors are stored as rows, and XLA would transpose them.
-    return row_dots(a.T, b.T)
-
-
-def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
-    """The squared norms of the columns."""
-    return row_squares(a.T)  # see `column_dots`
-
-
-def square_of(a: Inexact[Array, "..."]) -> Real[Array, "..."]:
-    """The squared absolute values."""
-    return jnp.square(a.real) + jnp.square(a.imag) if jnp.iscomplexobj(a) else jnp.square(a)
 
 
 def reciprocal(x: Inexact[Array, "..."]) -> Inexact[Array, "..."]:

@@ -53,17 +53,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Complex, Inexact, Real
 
 from .._core.estimate import Evidence, evidence_of, relative, rounding_of, skew_of
+from .._core.precision import adjoint, column_dots, matmul
 from .._linalg.factorisations import diagonal_of, eigh
 from .leave_one_out import (
     LeaveOneOut,
     Pairs,
     Samples,
     Scaled,
-    adjoint,
-    column_dots,
     leave_one_out_directions,
     leave_one_out_error,
-    matmul,
     pairs_of,
     pairs_of_gram,
     published_samples,

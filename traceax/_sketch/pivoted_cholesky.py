@@ -21,8 +21,8 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
+from .._core.precision import adjoint, matmul
 from .._linalg.factorisations import divide_by_upper
-from .leave_one_out import adjoint, matmul
 
 
 class PivotedCholesky(NamedTuple):

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import scale_of
+from .._core.precision import adjoint, matmul, square_norms, square_of
 from .._linalg.factorisations import diagonal_of, qr
 from .._operators.block_operator import BlockOperator
-from .leave_one_out import adjoint, matmul, square_norms, square_of
 
 
 def range_basis(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:

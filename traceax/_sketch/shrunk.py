@@ -37,17 +37,8 @@ a_ji = b_ji u_ji, b_ji = u_ji^H x_j. And <G, I> = n exactly, as ||omega_i||^2 = 
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
-from .leave_one_out import (
-    LeaveOneOut,
-    RangeFinder,
-    Samples,
-    adjoint,
-    matmul,
-    mean_of_others,
-    pairs_of,
-    square_norms,
-    square_of,
-)
+from .._core.precision import adjoint, matmul, square_norms, square_of
+from .leave_one_out import LeaveOneOut, RangeFinder, Samples, mean_of_others, pairs_of
 from .weights import LowRankWeights
 
 #: The fewest probes that tell which of the two samples is the better one.
