@@ -57,9 +57,20 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
-@pytest.hookimpl(trylast=True)
+# A line for each file, and the names of its tests that compile many programs.
+MANY = [line.split() for line in (Path(__file__).parent / "slow.txt").read_text().splitlines()]
+SLOW = {(file, name) for file, *names in MANY for name in names}
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
-    """The files with the most code to run come first, so that all workers end at the same time."""
+    """The tests of `slow.txt` are slow, too. The files with the most code to run come first, so
+    that all workers end at the same time.
+    """
+    for item in items:
+        if (item.nodeid.partition("::")[0], item.originalname) in SLOW:
+            item.add_marker(pytest.mark.slow(quick=True))
+    yield
     cost = collections.Counter()
     for item in items:
         cost[item.path] += len(item.function.__code__.co_code)
@@ -83,7 +94,7 @@ def _compile_quickly(request):
 
 # The README's command compiles no more, all workers together. (A program takes a CPU second, and
 # 20 ms if it is a single operation: references and inputs are computed by NumPy.)
-MOST_PROGRAMS = 1500
+MOST_PROGRAMS = 300
 PROGRAMS = collections.Counter()  # by the folder or file of the tests that ask for them
 ASKING = ["imports"]
 FORGOTTEN = [0]  # how many of them
@@ -112,7 +123,10 @@ def _forget_many_programs():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    PROGRAMS.update(getattr(node, "workeroutput", {}).get("programs", {}))
+    found = getattr(node, "workeroutput", {}).get("programs", {})
+    imports = max(PROGRAMS["imports"], found.pop("imports", 0))  # the same in all workers
+    PROGRAMS.update(found)
+    PROGRAMS["imports"] = imports
 
 
 def pytest_sessionfinish(session):

@@ -7,7 +7,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 
@@ -60,14 +59,14 @@ def with_spectrum(rng, eigenvalues, dtype=np.float64):
 
 def by_products(matrix, tags=()):
     """A matrix that is known by its products alone, so that the default estimators estimate."""
-    return _by_products(jnp.asarray(matrix), tags)
+    return _by_products(jax.device_put(matrix), tags)
 
 
 def operator_for(estimator, matrix, tags=()):
     """The matrix as an operator that this estimator does not simply read."""
     if isinstance(estimator, tr.AutoTraceEstimator):
         return by_products(matrix, tags)
-    return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+    return lx.MatrixLinearOperator(jax.device_put(matrix), tags)
 
 
 @cache

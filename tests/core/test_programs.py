@@ -18,7 +18,7 @@ from traceax._core import programs
 
 from .test_closures import ESTIMATOR, KEY, STRUCTURE, N, traces_of
 
-MATRIX = jnp.asarray(np.random.default_rng(0).standard_normal((N, N)))
+MATRIX = jax.device_put(np.random.default_rng(0).standard_normal((N, N)))
 
 # --- no two programs under one key ---------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ..helpers import CLASSES, PSD, by_products, compilations, keys, with_spectr
 N = 8
 KEY = jax.random.key(0)
 MATRIX = with_spectrum(np.random.default_rng(0), np.linspace(1, 3, N))
-OPERATOR = lx.MatrixLinearOperator(jnp.asarray(MATRIX), PSD)
+OPERATOR = lx.MatrixLinearOperator(jax.device_put(MATRIX), PSD)
 CALLS = [tr.trace, tr.diagonal, tr.block_traces]
 
 
@@ -31,9 +31,10 @@ def refused(error, match, *arguments, calls=CALLS, **options):
             call(*arguments, **options)
 
 
-BCOO = sparse.BCOO((np.ones(N), np.arange(2 * N).reshape(N, 2) // 2), shape=(N, N))
+PLACES = np.arange(2 * N).reshape(N, 2) // 2
+BCOO = sparse.BCOO(jax.device_put((np.ones(N), PLACES)), shape=(N, N))
 NOT_AN_OPERATOR = [
-    (jnp.asarray(MATRIX), "lineax.MatrixLinearOperator"),
+    (jax.device_put(MATRIX), "lineax.MatrixLinearOperator"),
     (lambda v: 2.0 * v, "lineax.FunctionLinearOperator"),
     (scipy.sparse.coo_matrix(MATRIX), "traceax.SparseLinearOperator"),
     (BCOO, "traceax.SparseLinearOperator"),

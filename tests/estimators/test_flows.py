@@ -12,13 +12,13 @@ import traceax as tr
 pytestmark = pytest.mark.slow  # what is counted is what XLA makes of it with all its passes
 
 SIZE, WIDTH, STEPS, BATCH = 16, 64, 20, 32
-KEYS = jr.split(jr.key(0), 3)
+_rng = np.random.default_rng(0)
 PARAMS = {
-    "w1": jr.normal(KEYS[0], (SIZE + 1, WIDTH)) / 4,
-    "b1": jnp.zeros(WIDTH),
-    "w2": jr.normal(KEYS[1], (WIDTH, SIZE)) / 8,
+    "w1": jax.device_put(_rng.standard_normal((SIZE + 1, WIDTH)) / 4),
+    "b1": jax.device_put(np.zeros(WIDTH)),
+    "w2": jax.device_put(_rng.standard_normal((WIDTH, SIZE)) / 8),
 }
-X = jr.normal(KEYS[2], (BATCH, SIZE))
+X = jax.device_put(_rng.standard_normal((BATCH, SIZE)))
 
 
 def velocity(params, t, x):

@@ -417,5 +417,5 @@ def test_the_norm_of_many_errors_is_more_certain():
 def test_student_quantiles():
     dof = np.array([1, 2, 7, 60, 1000])
     for level in (0.5, 0.999):
-        found = student_quantile(level, dof, jnp.ones(()))
+        found = student_quantile(1 - level, dof, jnp.ones(()))
         np.testing.assert_allclose(found, stdtrit(dof, (1 + level) / 2), rtol=1e-6)

@@ -37,7 +37,7 @@ def covariance(theta, x=X):
     return amplitude * K + noise * lx.IdentityLinearOperator(K.in_structure())
 
 
-THETA = (jnp.asarray(0.4), jnp.asarray(1.5), jnp.asarray(0.1))
+THETA = jax.device_put(tuple(np.array([0.4, 1.5, 0.1])))
 
 
 @jax.jit

@@ -22,12 +22,12 @@ from ..helpers import keys
 CLASSES, EXAMPLES = 4, 12
 _rng = np.random.default_rng(0)
 WEIGHTS = {
-    "w": jnp.asarray(_rng.standard_normal((3, CLASSES))),
-    "b": jnp.asarray(0.1 * np.arange(CLASSES)),
+    "w": jax.device_put(_rng.standard_normal((3, CLASSES))),
+    "b": jax.device_put(0.1 * np.arange(CLASSES)),
 }
-REST = {"steps": jnp.arange(3), "power": 2, "activation": jnp.tanh, "nothing": None}
-INPUTS = jnp.asarray(_rng.standard_normal((EXAMPLES, 3)))
-LABELS = jnp.asarray(_rng.integers(0, CLASSES, EXAMPLES))
+REST = {"steps": jax.device_put(np.arange(3)), "power": 2, "activation": jnp.tanh, "nothing": None}
+INPUTS = jax.device_put(_rng.standard_normal((EXAMPLES, 3)))
+LABELS = jax.device_put(_rng.integers(0, CLASSES, EXAMPLES))
 N = 3 * CLASSES + CLASSES
 
 
@@ -108,7 +108,7 @@ def make(kind, params, *args, **kwargs):
 
 
 KINDS = ("hessian", "gauss_newton", "fisher")
-BATCHES = (INPUTS.reshape(3, 4, 3), LABELS.reshape(3, 4))
+BATCHES = jax.device_put((np.reshape(INPUTS, (3, 4, 3)), np.reshape(LABELS, (3, 4))))
 PARAMS = {**WEIGHTS, **REST}
 
 

@@ -136,11 +136,11 @@ def shaped_function(in_shapes, out_shapes):
 
 _diagonal = np.arange(1.0, N + 1)
 
-DIAGONAL = lx.DiagonalLinearOperator(jnp.asarray(_diagonal))
+DIAGONAL = lx.DiagonalLinearOperator(jax.device_put(_diagonal))
 IDENTITY = lx.IdentityLinearOperator(F64)
 SHAPES = {"a": (), "b": (2, 3), "c": (5, 1, 1)}
 
-OWN = jnp.asarray(GENERAL)
+OWN = jax.device_put(GENERAL)
 # Those whose entries are stored are in `test_stored`.
 CASES = {
     "function-dictionary": (shaped_function(SHAPES, SHAPES), GENERAL),

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 # --- Flax, Equinox: curvature of their models ----------------------------------------------------
 
 INPUTS = jr.normal(jr.key(3), (16, 6))
-TARGETS = jnp.sin(jnp.sum(INPUTS, axis=1))
+TARGETS = jax.device_put(np.sin(np.asarray(INPUTS).sum(axis=1)))
 
 
 def square(outputs):
@@ -147,9 +147,10 @@ def test_statistics_of_linen():
 
 # --- tinygp: its kernels as operators ------------------------------------------------------------
 
-POINTS = jnp.sort(jr.uniform(jr.key(4), (80,)))
-OBSERVED = jnp.sin(12 * POINTS) + 0.3 * jr.normal(jr.key(5), POINTS.shape)
-THETA = jnp.log(jnp.array([0.2, 1.5, 0.1]))  # length, scale, noise
+_rng = np.random.default_rng(4)
+POINTS = jax.device_put(np.sort(_rng.uniform(size=80)))
+OBSERVED = jax.device_put(np.sin(12 * np.asarray(POINTS)) + 0.3 * _rng.standard_normal(80))
+THETA = jax.device_put(np.log([0.2, 1.5, 0.1]))  # length, scale, noise
 
 
 def kernel_of(theta):

@@ -208,3 +208,10 @@ def test_version():
 
 def test_package_is_typed():
     assert (ROOT / "traceax" / "py.typed").exists()
+
+
+def test_every_test_that_is_named_slow_exists():
+    for line in (ROOT / "tests" / "slow.txt").read_text().splitlines():
+        file, *names = line.split()
+        text = (ROOT / file).read_text()
+        assert all(f"def {name}(" in text for name in names), line

@@ -198,6 +198,14 @@ def _batch(primitive, vmapped, operands, axes, *, params):
     return outputs, [0] * len(outputs)
 
 
+@jax.jit
+def _tangent_of(x: Array, t: Array) -> Array:
+    """The tangent of an output. Where it is NaN, the tangent is (by a product, whose transpose is
+    NaN as well), whatever the weights of a failed estimate are.
+    """
+    return (jnp.real(t) if jnp.isrealobj(x) else t) * jnp.where(jnp.isnan(x), x, 1)
+
+
 def _jvp(primitive, primals, tangents, *, params):
     with_weights = params._replace(weights=True)
     # Python numbers among the tangents of `jax.jvp` arrive here unconverted.
@@ -214,11 +222,9 @@ def _jvp(primitive, primals, tangents, *, params):
     if moving:
         operands = (tuple(primals), tuple(tangents[i] for i in moving), weights)
         values_t = jtu.tree_leaves(_compiled(_tangent, (with_weights, moving, False), *operands))
-        # The value comes first among the outputs. Where it is NaN, the tangent is (by a product,
-        # whose transpose is NaN as well), whatever the weights of a failed estimate are.
+        # The value comes first among the outputs.
         for i, (x, t) in enumerate(zip(outputs, values_t, strict=False)):
-            t = jnp.real(t) if jnp.isrealobj(x) else t
-            outputs_t[i] = t * jnp.where(jnp.isnan(x), x, 1)
+            outputs_t[i] = _tangent_of(x, t)
         # If this call returns weights, it belongs to a derivative, which is differentiated again.
         if params.weights and _rebuild(params, primals)[2].weights_depend_on_operator:
             weights_t = _compiled(_tangent, (with_weights, moving, True), *operands)

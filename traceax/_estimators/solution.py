@@ -9,6 +9,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PyTree, Real
 
@@ -129,33 +130,36 @@ class Solution(eqx.Module, Generic[Value]):
             raise ValueError(
                 f"The level must lie between 0 and 1, got {level!r}. For 95 % give 0.95."
             )
-        # However heavy the tails, one degree of freedom is left.
-        dof = jnp.asarray(self.stats["dof"], float)
-        dof = jnp.where(dof > 1, jnp.maximum(dof / _aligned(self.tail, dof), 1), dof)
-
-        def radius(std_err, *quadrature_error):
-            quantile = _aligned(student_quantile(level, dof, std_err), std_err)
-            factor = _aligned(self.inflation, std_err) * quantile
-            known = jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
-            return sum(quadrature_error, known)
-
-        others = () if self.quadrature_error is None else (self.quadrature_error,)
-        radii = jtu.tree_map(radius, self.std_err, *others)
-        given = self.value, radii, *(self.bounds or ())
-        lower = jtu.tree_map(lambda value, r, *ends: jnp.clip(value.real - r, *ends), *given)
-        return lower, jtu.tree_map(lambda value, r, *ends: jnp.clip(value.real + r, *ends), *given)
+        # The difference is that of Python numbers: in float32 a level next to 1 would be rounded.
+        outside = 1 - level if isinstance(level, jax.Array) else np.asarray(1 - level)
+        return _interval(outside, self)
 
 
-def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:
-    """Student's quantile t, P(|T| <= t) = `level`, in the precision of `like`; inf for `dof=0`."""
+@eqx.filter_jit
+def _interval(outside: Any, solution: Solution) -> tuple[Any, Any]:
+    """The interval that does not hold the true value with the probability `outside`."""
+    # However heavy the tails, one degree of freedom is left.
+    dof = jnp.asarray(solution.stats["dof"], float)
+    dof = jnp.where(dof > 1, jnp.maximum(dof / _aligned(solution.tail, dof), 1), dof)
+
+    def radius(std_err, *quadrature_error):
+        quantile = _aligned(student_quantile(outside, dof, std_err), std_err)
+        factor = _aligned(solution.inflation, std_err) * quantile
+        known = jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
+        return sum(quadrature_error, known)
+
+    others = () if solution.quadrature_error is None else (solution.quadrature_error,)
+    radii = jtu.tree_map(radius, solution.std_err, *others)
+    given = solution.value, radii, *(solution.bounds or ())
+    lower = jtu.tree_map(lambda value, r, *ends: jnp.clip(value.real - r, *ends), *given)
+    return lower, jtu.tree_map(lambda value, r, *ends: jnp.clip(value.real + r, *ends), *given)
+
+
+def student_quantile(outside: Any, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:
+    """Student's quantile t, P(|T| > t) = `outside`, in the precision of `like`; inf for `dof=0`."""
     real = jnp.finfo(like.dtype).dtype
-    # The difference is that of Python numbers: in float32 a level next to 1 would be rounded to 1.
-    return _student_quantile(jnp.asarray(1 - level, real), jnp.asarray(dof, real))
-
-
-@jax.jit  # an eager loop would otherwise compile a bisection for each of its calls
-def _student_quantile(tail: Real[Array, ""], dof: Real[Array, "..."]) -> Real[Array, "..."]:
-    """The number t with P(|T| > t) = `tail`."""
+    tail = jnp.asarray(outside, real)
+    dof = jnp.asarray(dof, real)
     # P(|T| > t) = I_x(dof / 2, 1 / 2), x = dof / (dof + t^2), by bisection of log t.
     ends = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
     safe = jnp.where(dof > 0, dof, 1)
@@ -188,12 +192,17 @@ def solution_of(estimate: Estimate) -> Solution:
     )
 
 
+@jax.jit
+def _nonfinite(x: Array) -> Array:
+    return jnp.sum(~jnp.isfinite(x))
+
+
 def restructure(solution: Solution, structure: PyTree) -> Solution[Any]:
     """The solution with its value and its errors as PyTrees of this structure."""
     fn = partial(unflatten, structure)
     given = solution.value, solution.std_err, solution.quadrature_error, solution.bounds
     value, std_err, error, bounds = jtu.tree_map(fn, given, is_leaf=lambda x: isinstance(x, list))
-    lost = jtu.tree_map(lambda x: jnp.sum(~jnp.isfinite(x)), value)
+    lost = jtu.tree_map(_nonfinite, value)
     stats = {**solution.stats, "std.err": std_err, "nonfinite": lost}
     return dataclasses.replace(
         solution, value=value, std_err=std_err, quadrature_error=error, stats=stats, bounds=bounds

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, final
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
@@ -236,12 +237,18 @@ def _root_of_gram(name, key, operator, k, rows: Rows | None, rtol, max_k, throw)
     options = {"rtol": rtol, "atol": None, "max_k": max_k, "throw": False, "root": True}
     solution = solve_either(name, key, squares, k, AutoTraceEstimator(), rows, **options)
 
-    unit = unit.astype(solution.std_err.dtype)
-    value = root(solution.value)
-    given = solution, throw, unit * value, unit * root_error(value, solution.std_err)
+    value, std_err = _root_in(unit, solution.value, solution.std_err)
     # XNysTrace is for budgets: a tolerance draws independent samples.
     tail = solution.tail if has_tolerance or rows is not None else TAIL
-    return transformed(*given, num_matvecs=2 * solution.num_matvecs + 1, tail=tail)
+    more = {"num_matvecs": 2 * solution.num_matvecs + 1, "tail": tail}
+    return transformed(solution, throw, value, std_err, **more)
+
+
+@jax.jit  # one program for an eager call
+def _root_in(unit: Array, square: Array, std_err: Array) -> tuple[Array, Array]:
+    value = root(square)
+    unit = unit.astype(std_err.dtype)
+    return unit * value, unit * root_error(value, std_err)
 
 
 def root(square: Array) -> Array:

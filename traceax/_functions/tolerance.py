@@ -55,7 +55,7 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
 
     def judged(self, estimate):
         """See `AbstractEstimator`: both errors together are at most the tolerance."""
-        quantile = student_quantile(0.95, estimate.dof, estimate.std_err)
+        quantile = student_quantile(0.05, estimate.dof, estimate.std_err)
         quantile = jnp.where(estimate.dof > 0, quantile, 1)
         std_err = estimate.inflation * quantile * estimate.std_err
         error = norm_factor(std_err) * norm_of(std_err) + norm_of(estimate.quadrature_error)

@@ -11,7 +11,7 @@ from .._core.primitive import logdet_p
 from .._estimators.estimator import check_key, estimated
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
-from .._operators.known_parts import split_shift
+from .._operators.known_parts import is_diagonal
 from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
 from .factors import BuiltPreconditioner
 from .held import held_estimate
@@ -34,7 +34,7 @@ class LogdetEstimator(AbstractPreconditionedEstimator):
 
     def size(self, operator):
         """See `AbstractEstimator`."""
-        return 0 if split_shift(operator).rest is None else operator.in_size()
+        return 0 if is_diagonal(operator) else operator.in_size()
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -47,7 +47,7 @@ class LogdetEstimator(AbstractPreconditionedEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        if split_shift(operator).rest is None:
+        if is_diagonal(operator):
             return logdet_of_diagonal(operator)
         estimate, made, *_ = exact_logdet(operator)
         return estimate, made

@@ -246,7 +246,11 @@ def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 
 def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums:
     """The sums with the quadrature, errors and bases of a panel."""
-    total = sums.drawn * sums.error + count * panel.error
+    # The number of steps fits the first panel: errors of single probes of others scatter widely.
+    error = jnp.where(sums.panels == 0, panel.error, sums.error)
+    if sampling.inverse:
+        total = sums.drawn * sums.error + count * panel.error
+        error = total / (sums.drawn + count)
     vectors = sums.vectors
     if vectors is not None:
         vectors = vectors.added(panel, sums, omega, z, count)
@@ -256,7 +260,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
         panels=sums.panels + 1,
         steps=jnp.where(sums.panels == 0, panel.steps, sums.steps),
         probes=jtu.tree_map(partial(put, start=sums.drawn, axis=0), sums.probes, panel.probes),
-        error=total / (sums.drawn + count),
+        error=error,
         evidence=worse(sums.evidence, panel.evidence),
         vectors=vectors,
         solve=panel.solve,

@@ -16,7 +16,7 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from .._core.control_flow import if_any
-from .._operators.known_parts import noise_of, split_shift
+from .._operators.known_parts import is_diagonal, noise_of, split_shift
 from .factors import diagonal_preconditioner
 from .preconditioners import KernelPreconditioner, Preparation, knows_entries
 from .sketch import Sketch
@@ -34,9 +34,9 @@ def preparation_for(
 ) -> Preparation:
     """The preconditioner of a call with the budget k."""
     if isinstance(preconditioner, str):
-        parts = split_shift(operator)
-        if parts.rest is None:  # A is diagonal
-            return diagonal_preconditioner(operator, parts.exact.real), 0, {}, None
+        if is_diagonal(operator):
+            diagonal = split_shift(operator).exact.real
+            return diagonal_preconditioner(operator, diagonal), 0, {}, None
         if not knows_entries(operator) and k >= SMALLEST * (2 if inverse else 1):
             return _from_products(key, operator, k, inverse)
         preconditioner = KernelPreconditioner() if knows_entries(operator) else None

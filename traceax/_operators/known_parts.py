@@ -308,6 +308,11 @@ def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
     return _split(operator, diagonal_of_term)
 
 
+def is_diagonal(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether all of the operator is a stored diagonal."""
+    return eqx.filter_eval_shape(split_shift, operator).rest is None
+
+
 def noise_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
     """D of A = K + D where A - D and D are semidefinite, so that A^{-1} <= D^{-1}; else 0."""
     parts = split_shift(operator)
