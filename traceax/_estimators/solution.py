@@ -136,7 +136,7 @@ class Solution(eqx.Module, Generic[Value]):
 
 
 @eqx.filter_jit
-def _interval(outside: Any, solution: Solution) -> tuple[Any, Any]:
+def _interval(outside: Any, solution: Solution[Any]) -> tuple[Any, Any]:
     """The interval that does not hold the true value with the probability `outside`."""
     # However heavy the tails, one degree of freedom is left.
     dof = jnp.asarray(solution.stats["dof"], float)
