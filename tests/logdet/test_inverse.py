@@ -396,3 +396,12 @@ def test_extreme_scales():
                 np.testing.assert_allclose(
                     found * unit, expected, rtol=1e-3, atol=1e-5 * expected.max()
                 )
+
+
+def test_a_large_unit_without_a_preconditioner():
+    """tr A^{-1} is not the difference of tr I and another number."""
+    unit = np.float32(2.0**100)
+    operator = hidden(unit * decaying(dtype=np.float32), unit * np.float32(NOISE))
+    found = tr.inverse_trace(jr.key(0), operator, 40, preconditioner=None, fallback=None)
+    exact = np.trace(np.linalg.inv(decaying() + NOISE * np.eye(N)))
+    np.testing.assert_allclose(found.value.item() * float(unit), exact, rtol=0.1)

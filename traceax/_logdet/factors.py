@@ -53,6 +53,13 @@ class Factors(eqx.Module):
     top: Real[Array, ""]
     from_entries: bool = eqx.field(static=True, default=False)  # see `weights`
 
+    @property
+    def has_low_rank(self) -> bool:
+        """Whether P is more than a diagonal. Of a diagonal P, omega o P^{-1} omega is the diagonal
+        of P^{-1}, for random signs: inverses then subtract nothing that would cancel.
+        """
+        return self.basis.shape[1] > 0
+
     def inverse_root(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """R^{-1} = W^H times a block."""
         gathered = gathered_by(self.sets, self.values, block)

@@ -70,7 +70,7 @@ class InverseEstimator(AbstractPreconditionedEstimator):
         """See `AbstractPreconditionedEstimator`."""
         known = factors.inverse_diagonal()
         if self.of_trace:
-            return self.allowed(jnp.sum(known) + sampled)
+            return self.allowed(sampled + (jnp.sum(known) if factors.has_low_rank else 0))
         # The variances of all entries add up to half of that of their sum.
         return self.allowed(safe_norm(known)) / math.sqrt(0.5)
 
@@ -82,7 +82,9 @@ class InverseEstimator(AbstractPreconditionedEstimator):
         p = sums.probes.number
         omega, starts, solved = sums.vectors  # omega, z, and M^{-1} z after q, q - d, q - 2d steps
         n, room = omega.shape
-        away = jax.vmap(factors.inverse_root_adjoint)(solved - starts)  # B omega, for each of the 3
+        known_apart = factors.has_low_rank
+        apart = solved - starts if known_apart else solved
+        away = jax.vmap(factors.inverse_root_adjoint)(apart)  # B omega, for each of the 3
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
         std_err, of_sum = entries_std_err(samples[0], p)
@@ -92,16 +94,17 @@ class InverseEstimator(AbstractPreconditionedEstimator):
             of_one = missed_inverse(sums.probes, run.sampling.floor)
             missed = missed + jnp.where(of_one > 4 * of_sum, of_one, 0)
         means = jnp.sum(samples, axis=1) / p
+        entries = known + means[0] if known_apart else means[0]
         if self.of_trace:
-            std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
+            std_err = jnp.hypot(of_sum, rounding * safe_norm(entries))
             dof = run.sampling.sum_over(sums.probes)[2]
-            value = jnp.sum(known + means[0])
+            value = jnp.sum(entries)
             # The mean is one over all places, in use or not.
             error = truncation_error(jnp.sum(samples, axis=2), sums.probes.exhausted) * (room / p)
         else:
-            std_err = jnp.hypot(std_err, rounding * known)
+            std_err = jnp.hypot(std_err, rounding * jnp.abs(entries))
             dof = jnp.maximum(p - 1, 1)
-            value = known + means[0]
+            value = entries
             error = entries_truncation_error(means, jnp.all(sums.probes.exhausted))
             missed = missed * (known / jnp.sum(known))
         error = jnp.maximum(error, missed)

@@ -56,7 +56,7 @@ class Probes(NamedTuple):
     """Gauss quadrature for N probes z, with q nodes for each; 0 for probes that are not in use."""
 
     lengths: Real[Array, " N"]  # |z|^2 / n: 1 on the sphere
-    samples: Real[Array, " N"]  # z^H log(M) z / n, or z^H (M^{-1} - I) z / n
+    samples: Real[Array, " N"]  # z^H log(M) z / n, or z^H (M^{-1} - I) z / n (`apart`)
     nodes: Real[Array, "N q"]
     masses: Real[Array, "N q"]
     exhausted: Bool[Array, " N"]  # whether the space is, or the probe is not in use
@@ -161,12 +161,14 @@ def quadrature_after(
     *,
     inverse: bool,
     weights: bool,
+    apart: float,
 ) -> tuple[Probes, Real[Array, "2"], Array | None]:
     """Returns (quadrature after j >= 1 steps, the mean error of z^H f(M) z / n without and with
     what smaller eigenvalues may hide, the derivative of the logarithms by V^H M V if `weights`, or
     of the `inverse` M^{-1} z / |z| in the basis of each probe, after q, q - d and q - 2d steps).
 
-    `lengths` are those of `Probes`; `floor` is a, None or 0 if it is not known.
+    `lengths` are those of `Probes`; `floor` is a, None or 0 if it is not known; 1/x - `apart` is
+    what is summed of the inverse, 1 or 0.
     """
     orders = [jnp.maximum(m, 1) for m in orders_of(j)]
     rules = quadrature(ended_after(krylov, orders))  # pyright: ignore[reportArgumentType]
@@ -194,7 +196,7 @@ def quadrature_after(
             chances = relative(math.sqrt(2 / math.pi * krylov.basis.shape[1]) * left, p_of_a)
             probes = probes._replace(chances=jnp.minimum(chances, 1))
         errors = lengths * jnp.square(left) / least
-        samples = lengths * jnp.sum(masses * (1 / nodes - 1), axis=1)
+        samples = lengths * jnp.sum(masses * (1 / nodes - apart), axis=1)
     else:
         kept = derivative_core(jnp.log, nodes, vectors) if weights else None
         logs = jnp.sum(rules[1] * jnp.log(positive(rules[0])), axis=1).reshape(3, -1)

@@ -189,7 +189,8 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     """
     krylov = tridiagonal(in_own_unit(panel.krylov))
     given = krylov, panel.steps, lengths, sampling.floor
-    flags = {"inverse": sampling.inverse, "weights": sampling.weights}
+    apart = float(sampling.factors.has_low_rank)
+    flags = {"inverse": sampling.inverse, "weights": sampling.weights, "apart": apart}
     probes, (error, whole_error), kept = quadrature_after(*given, **flags)
     n = sampling.block.n
     value, std_err, _ = sampling.sum_over(probes)
@@ -197,7 +198,9 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     aim = std_err * jnp.sqrt(probes.number * panel.steps / jnp.maximum(left, 1))
     if sampling.allowed is not None:
         aim = jnp.maximum(aim, sampling.allowed(value) / 2)
-    rounding = 4 * float(jnp.finfo(lengths.dtype).eps) * n * jnp.sum(lengths) / probes.number
+    size = n * jnp.sum(lengths) / probes.number
+    size = jnp.abs(value) if sampling.inverse and not apart else size
+    rounding = 4 * float(jnp.finfo(lengths.dtype).eps) * size
     enough = 3 * n * error <= jnp.maximum(aim, rounding)
     if sampling.inverse:  # fewer steps do not show what they miss
         enough &= panel.steps >= 4
