@@ -116,7 +116,7 @@ def pytest_runtest_logstart(nodeid, location):
 def _forget_many_programs():
     """Each takes some thirty memory maps of a process, which may have 65,530."""
     yield
-    if PROGRAMS.total() > FORGOTTEN[0] + 600:
+    if PROGRAMS.total() > FORGOTTEN[0] + 250:
         FORGOTTEN[0] = PROGRAMS.total()
         jax.clear_caches()
 
