@@ -31,7 +31,7 @@ EYE, ONES, TALL, NONE = jax.device_put((np.eye(N), np.ones(N), np.eye(N, 3), np.
 SYMMETRIC = lx.MatrixLinearOperator(EYE, lx.symmetric_tag)
 POSITIVE = lx.MatrixLinearOperator(EYE, PSD)
 LARGE = lx.MatrixLinearOperator(jax.device_put(np.eye(80)), PSD)
-HIDDEN = by_products(jax.device_put(np.eye(80)), PSD)  # what the default estimators cannot read
+HIDDEN = by_products(np.eye(80), PSD)  # what the default estimators cannot read
 PLAIN = lx.MatrixLinearOperator(EYE)
 COMPLEX = lx.MatrixLinearOperator(jax.device_put(np.eye(N, dtype=complex)))
 FUNCTION = lx.FunctionLinearOperator(lambda v: v, jax.ShapeDtypeStruct((N,), float), PSD)

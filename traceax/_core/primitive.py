@@ -200,8 +200,8 @@ def _batch(primitive, vmapped, operands, axes, *, params):
 
 @jax.jit
 def _tangent_of(x: Array, t: Array) -> Array:
-    """The tangent of an output. Where it is NaN, the tangent is (by a product, whose transpose is
-    NaN as well), whatever the weights of a failed estimate are.
+    """The tangent t of an output x. Where x is NaN, the tangent is (by a product, whose transpose
+    is NaN as well), whatever the weights of a failed estimate are.
     """
     return (jnp.real(t) if jnp.isrealobj(x) else t) * jnp.where(jnp.isnan(x), x, 1)
 

@@ -132,7 +132,9 @@ class Solution(eqx.Module, Generic[Value]):
             )
         # The difference is that of Python numbers: in float32 a level next to 1 would be rounded.
         outside = 1 - level if isinstance(level, jax.Array) else np.asarray(1 - level)
-        return _interval(outside, self)
+        # Whatever else a solution holds would compile this anew.
+        needed = dataclasses.replace(self, stats={"dof": self.stats["dof"]}, aux=None)
+        return _interval(outside, needed)
 
 
 @eqx.filter_jit

@@ -77,14 +77,18 @@ def orders_of(q: Any) -> list[Any]:
 
 
 def truncation_error(samples: Real[Array, "o p ..."], exhausted: Bool[Array, " p"]) -> Array:
-    """The quadrature error of the mean (see `funm`), from the samples after up to three numbers of
-    steps (axis 0, `orders_of`). `exhausted` marks probes with invariant Krylov spaces, where
+    """The quadrature error of the mean over all probes."""
+    return jnp.mean(truncation_errors(samples, exhausted), axis=0)
+
+
+def truncation_errors(samples: Real[Array, "o p ..."], exhausted: Bool[Array, " p"]) -> Array:
+    """The quadrature error of every probe (see `funm`), from the samples after up to three numbers
+    of steps (axis 0, `orders_of`). `exhausted` marks probes with invariant Krylov spaces, where
     quadrature is exact.
     """
     changes = jnp.abs(_changes(samples))  # D_1, D_2
     shape = (-1, *[1] * (samples.ndim - 2))
-    error = jnp.where(exhausted.reshape(shape), 0, missed(changes[0], changes))
-    return jnp.mean(error, axis=0)
+    return jnp.where(exhausted.reshape(shape), 0, _missed(changes[0], changes))
 
 
 def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, ""]) -> Array:
@@ -95,7 +99,7 @@ def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, 
     changes = _changes(values)
     norms = safe_norm(changes)
     typical = jnp.hypot(changes[0], norms[0] / math.sqrt(values.shape[1])) / math.sqrt(2)
-    return jnp.where(exhausted, 0, missed(typical, norms))
+    return jnp.where(exhausted, 0, _missed(typical, norms))
 
 
 def _changes(values: Real[Array, "o ..."]) -> Real[Array, "d ..."]:
@@ -105,7 +109,7 @@ def _changes(values: Real[Array, "o ..."]) -> Real[Array, "d ..."]:
     return jnp.diff(values, axis=0)
 
 
-def missed(last: Real[Array, "..."], changes: Real[Array, "d ..."]) -> Real[Array, "..."]:
+def _missed(last: Real[Array, "..."], changes: Real[Array, "d ..."]) -> Real[Array, "..."]:
     """D_1 max(1, 8 r / (1 - r)): `last` is D_1, `changes` are D_1 and D_2, or D_1 alone, for r."""
     rate = jnp.full_like(changes[0], 0.95)
     if len(changes) == 2:

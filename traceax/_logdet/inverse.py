@@ -82,8 +82,7 @@ class InverseEstimator(AbstractPreconditionedEstimator):
         p = sums.probes.number
         omega, starts, solved = sums.vectors  # omega, z, and M^{-1} z after q, q - d, q - 2d steps
         n, room = omega.shape
-        known_apart = factors.has_low_rank
-        apart = solved - starts if known_apart else solved
+        apart = solved - starts if factors.has_low_rank else solved
         away = jax.vmap(factors.inverse_root_adjoint)(apart)  # B omega, for each of the 3
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
@@ -94,7 +93,7 @@ class InverseEstimator(AbstractPreconditionedEstimator):
             of_one = missed_inverse(sums.probes, run.sampling.floor)
             missed = missed + jnp.where(of_one > 4 * of_sum, of_one, 0)
         means = jnp.sum(samples, axis=1) / p
-        entries = known + means[0] if known_apart else means[0]
+        entries = known + means[0] if factors.has_low_rank else means[0]
         if self.of_trace:
             std_err = jnp.hypot(of_sum, rounding * safe_norm(entries))
             dof = run.sampling.sum_over(sums.probes)[2]

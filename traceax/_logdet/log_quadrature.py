@@ -45,7 +45,7 @@ from .._core.estimate import norm_of, relative, scale_of
 from .._core.precision import einsum, matmul, square_norms, square_of
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
 from .._functions.nodes import UNRESOLVED, unresolved
-from .._functions.quadrature_error import missed, orders_of
+from .._functions.quadrature_error import orders_of, truncation_errors
 from .._linalg.lanczos import Lanczos, positive, quadrature
 
 #: The chance that all probes miss an eigenvalue, if it is harmless.
@@ -201,8 +201,7 @@ def quadrature_after(
         kept = derivative_core(jnp.log, nodes, vectors) if weights else None
         logs = jnp.sum(rules[1] * jnp.log(positive(rules[0])), axis=1).reshape(3, -1)
         samples = logs[0]
-        changes = jnp.abs(jnp.diff(logs, axis=0))
-        errors = jnp.where(exhausted, 0, jnp.where(j > 1, missed(changes[0], changes), jnp.inf))
+        errors = jnp.where((j > 1) | exhausted, truncation_errors(logs, exhausted), jnp.inf)
         lowest = eps**2 * jnp.max(nodes, axis=1)
         errors = errors + jnp.where(hides, masses[:, 0] * jnp.log(low / lowest), 0)
         changes = unresolved(jnp.log, nodes, jnp.log(nodes), residuals, masses > 0)

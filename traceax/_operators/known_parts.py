@@ -310,7 +310,8 @@ def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
 
 def is_diagonal(operator: lx.AbstractLinearOperator) -> bool:
     """Whether all of the operator is a stored diagonal."""
-    return eqx.filter_eval_shape(split_shift, operator).rest is None
+    found = terms(operator, lambda part: _is_stored_diagonal(part) or None)
+    return all(term.known for term in found)
 
 
 def noise_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
