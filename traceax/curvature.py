@@ -101,7 +101,8 @@ def hessian(
     - `batches`: a PyTree of arrays with a leading axis of the same length. The Hessian is averaged
         over the slices along it, one of them in memory at a time.
     - `weights`: one number for each batch, such as its number of examples where the last batch is
-        padded; a batch of weight 0 does not count. By default all weigh the same.
+        padded. By default all weigh the same. A batch of weight 0 does not count, and derivatives
+        by its weight are NaN.
     - `wrt`: called as `wrt(path, leaf)` for each floating-point array (or variable of nnx), with a
         path like `"params/Dense_0/kernel"`: whether it is a parameter. It may be a type of
         variables. By default all are but statistics and random states of Flax.

@@ -426,7 +426,9 @@ def test_weights_of_ragged_batches():
 
 
 def test_derivative_beside_padding_that_holds_nan():
-    """NaN of a batch of weight 0 reaches neither the value nor its derivatives."""
+    """NaN of a batch of weight 0 reaches neither the value nor its derivatives, but that by this
+    weight: no batch that stands in for it is differentiated in its place.
+    """
 
     def loss(params, batch):
         return jnp.mean((jnp.tanh(params) * batch) ** 2)
@@ -435,17 +437,19 @@ def test_derivative_beside_padding_that_holds_nan():
 
     @jax.jit
     @jax.value_and_grad
-    def both(params, batches, weights=None):
+    def both(given, batches):
+        params, weights = given
         operator = curvature.hessian(loss, params, batches=batches, weights=weights)
         return tr.trace(jr.key(0), operator, 4).value
 
     params = np.linspace(-0.5, 0.5, 4)
-    expected, slope = both(params, batches[:2])
+    expected, (slope, by_weights) = both((params, np.array([1.0, 1.0])), batches[:2])
     # (It comes first: what stands in for the padding is not the first batch.)
     padded = np.concatenate([np.full((1, 4), np.nan), batches[:2]])
-    found, gradient = both(params, padded, np.array([0.0, 1.0, 1.0]))
+    found, (gradient, by_weight) = both((params, np.array([0.0, 1.0, 1.0])), padded)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     np.testing.assert_allclose(gradient, slope, rtol=1e-12)
+    np.testing.assert_allclose(by_weight, [np.nan, *by_weights], rtol=1e-12)
 
 
 def test_means_of_many_batches_in_half_precision():

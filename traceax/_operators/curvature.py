@@ -61,6 +61,8 @@ class CurvatureOperator(lx.AbstractLinearOperator):
         count = jtu.tree_leaves(self.batches)[0].shape[0]
         indexed = (jnp.arange(count), self.batches)
         weights = jnp.ones(count) if self.weights is None else self.weights
+        # Another batch stands in for one of weight 0: the derivative by this weight is NaN.
+        weights = jnp.where(weights == 0, jnp.sqrt(jnp.square(weights)), weights)
         # Divided first by the largest, because the sum may overflow.
         shares = weights / lax.stop_gradient(jnp.max(jnp.abs(weights)))
         shares = count * shares / jnp.sum(shares)
