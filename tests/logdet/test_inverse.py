@@ -405,3 +405,15 @@ def test_a_large_unit_without_a_preconditioner():
     found = tr.inverse_trace(jr.key(0), operator, 40, preconditioner=None, fallback=None)
     exact = np.trace(np.linalg.inv(decaying() + NOISE * np.eye(N)))
     np.testing.assert_allclose(found.value.item() * float(unit), exact, rtol=0.1)
+
+
+def test_exact_inverses_at_extreme_scales_state_their_rounding():
+    """Errors of tiny or huge inverses do not underflow to 0, and nothing does before the end."""
+    exact = np.diag(np.linalg.inv(decaying() + NOISE * np.eye(N)))
+    for unit in np.float32([2.0**-110, 2.0**118]):
+        matrix = unit * (decaying() + NOISE * np.eye(N)).astype(np.float32)
+        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        found = jax.device_get(tr.inverse_diagonal(jr.key(0), operator, N))
+        away = np.abs(found.value.astype(float) * unit - exact)
+        np.testing.assert_array_less(away, (4 * found.std_err + found.quadrature_error) * unit)
+        assert away.max() < 1e-3 * exact.max()

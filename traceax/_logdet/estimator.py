@@ -119,8 +119,8 @@ def inverse_size(
 def exact_logdet(
     operator: lx.AbstractLinearOperator,
 ) -> tuple[Estimate, ExactLogdetWeights, Inexact[Array, "n n"], Real[Array, " n"]]:
-    """Returns (the log-determinant from the matrix A = L L^H, the weights, L, the error of every
-    squared pivot). Entries that are not stored take n products.
+    """Returns (the log-determinant from the matrix A = L L^H, the weights, L, the root of the
+    error of every squared pivot). Entries that are not stored take n products.
     """
     block = BlockOperator(operator)
     matrix, spent = matrix_of(block)
@@ -151,9 +151,9 @@ def exact_logdet(
     stats = {"columns": jnp.asarray(n)} if has_entries(operator) else {}
     given = n, parts, error, jnp.zeros_like(error), spent, 0, evidence
     estimate = estimate_of(*given, stats=stats)
-    factor = factor * jnp.sqrt(scale).astype(factor.dtype)
-    made = ExactLogdetWeights(cholesky_solve(factor, jnp.eye(n, dtype=factor.dtype)))
-    return estimate, made, factor, rounding * scale
+    root = jnp.sqrt(scale)
+    made = ExactLogdetWeights(cholesky_solve(factor, jnp.eye(n, dtype=factor.dtype)) / scale)
+    return estimate, made, factor * root.astype(factor.dtype), jnp.sqrt(rounding) * root
 
 
 def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
@@ -161,8 +161,8 @@ def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
     known, made, _, rounding = exact_logdet(operator)
     inverse = made.inverse
     value = jnp.diagonal(inverse).real
-    unit = scale_of(inverse)
-    error = matmul(jnp.square(jnp.abs(inverse / unit)), rounding * unit) * unit
+    error = jnp.square(safe_norm(inverse * rounding.astype(inverse.dtype)))
+    error = error + float(jnp.finfo(error.dtype).tiny)  # smaller numbers underflow
     if of_trace:
         value = jnp.sum(value)
         error = jnp.sum(error)

@@ -103,7 +103,7 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
         # With the factor of A + E, where E is diagonal and as large as the errors of the pivots, a
         # form is off by at most this. (As E is full, it may be off by twice as much; but in the sum
         # with the log-determinant, whose error has the opposite sign, these errors cancel.)
-        left = jnp.sum(rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
+        left = jnp.sum(jnp.square(rounding[:, None] * jnp.abs(x)), axis=0)
         form = column_dots(self.y, x).real, left, x
         return self.density(log_det, form, log_det.num_matvecs), GaussianWeights(made, x)
 

@@ -110,8 +110,10 @@ class InverseEstimator(AbstractPreconditionedEstimator):
         most = 1 / noise_of(operator)  # of K + D, 0 < (A^-1)_ii <= 1 / d_i
         most = jnp.sum(most) if self.of_trace else most
         value, std_err, error = (jnp.clip(x, 0, most) for x in (value, std_err, error))
-        # Equal eigenvalues, whose inverses have the same rounding error.
-        std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))
+        # Equal eigenvalues, whose inverses have the same rounding error; numbers that underflow.
+        least = (n if self.of_trace else math.sqrt(n)) * float(jnp.finfo(value.dtype).tiny)
+        rounding = 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value) + least
+        std_err = jnp.hypot(std_err, rounding)
         counts = run.spent, dof, evidence
         more = {"stats": run.stats, "bounds": (jnp.zeros_like(value), most)}
         estimate = quadrature_estimate(value, error, std_err, *counts, **more)
