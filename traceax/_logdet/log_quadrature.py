@@ -132,15 +132,18 @@ def sum_of_logarithms(
 
 def sum_of_inverses(probes: Probes, n: int) -> tuple[Array, Array, Array]:
     """Returns (mean of z^H (M^{-1} - I) z, its standard error from the scatter of the probes,
-    degrees of freedom). How many eigenvalues dominate, the nodes tell.
+    degrees of freedom). How many eigenvalues dominate, the nodes tell, of what no multiple of the
+    identity explains.
     """
-    values = jnp.where(probes.masses > 0, 1 / positive(probes.nodes), 1)
+    values = jnp.where(probes.masses > 0, 1 / positive(probes.nodes), 0)
+    values = values / scale_of(values)
     number = probes.number
+    centre = jnp.sum(probes.masses * values) / number
     mean = n * jnp.sum(probes.samples) / number
     away = jnp.where(probes.lengths > 0, n * probes.samples - mean, 0)
     unit = scale_of(away)
     variance = jnp.sum(jnp.square(away / unit)) / (number * jnp.maximum(number - 1, 1))
-    second, fourth = (jnp.sum(probes.masses * (values - 1) ** i) / number for i in (2, 4))
+    second, fourth = (jnp.sum(probes.masses * (values - centre) ** i) / number for i in (2, 4))
     return mean, unit * jnp.sqrt(variance), degrees_of_freedom(second, fourth, n * number)
 
 
