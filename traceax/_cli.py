@@ -232,18 +232,18 @@ def _run(options: Namespace) -> str:
     report |= {name: np.asarray(number).tolist() for name, number in numbers.items()}
     report["num_matvecs"] = solution.num_matvecs.item() + question.products
     report["seconds"] = round(seconds, 2)
-    report["result"] = outcome_of(solution.result)
+    # The exact value shows what k products may miss, such as a few negative eigenvalues.
+    outcomes = [solution.result] if exact is None else [exact.result, solution.result]
+    result = next((each for each in outcomes if tr.RESULTS[each]), solution.result)
+    report["result"] = outcome_of(result)
     columns = numbers if question.axis else {}
     rows = _rows(columns, options.top) if columns else ()
     print(json.dumps(report, default=str) if options.json else _table(report, columns, rows))
-    # The exact value shows what k products may miss, such as a few negative eigenvalues.
-    outcomes = [solution] if exact is None else [exact, solution]
-    message = next(filter(None, (tr.RESULTS[each.result] for each in outcomes)), "")
-    if options.plot and not message:
+    if options.plot and not tr.RESULTS[result]:
         (axis,) = question.axis.values()
         axes = question.draw(axis, solution, exact=numbers.get("exact"))
         axes.figure.savefig(options.plot, dpi=150)
-    return message
+    return tr.RESULTS[result]
 
 
 # --- arguments -----------------------------------------------------------------------------------

@@ -108,7 +108,9 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     doi:10.1016/j.apnum.2007.01.003.
     """
 
-    sampler: AbstractSampler = eqx.field(default=RademacherSampler(), converter=as_sampler)
+    sampler: AbstractSampler = eqx.field(
+        default=None, converter=lambda sampler: as_sampler(sampler) or RademacherSampler()
+    )
     batch_size: int | None = eqx.field(default=None, static=True)
 
     def check(self, operator):

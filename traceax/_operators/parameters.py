@@ -136,7 +136,7 @@ def _names_in_groups(moving: Any, groups: Groups) -> list[Any]:
     for path, leaf in named_leaves(moving):
         name = groups(path, leaf)
         several = isinstance(name, tuple | list)
-        if not (leaf.shape[:1] == (len(name),) if several else isinstance(name, str)):
+        if not (leaf.shape[:1] == (len(name),) != (0,) if several else isinstance(name, str)):
             raise ValueError(
                 "groups must return a name (a str), or a list of names, one for each entry along "
                 f"the leading axis, got {name!r} for {path!r} of shape {leaf.shape}. Return the "
