@@ -80,33 +80,38 @@ def unresolved(
     fn: Function, nodes: Array, values: Array, residuals: Array, counts: Array, count: int = 1
 ) -> Array:
     """How far f may be from its values at the `count` Ritz values next to 0 (one for each vector of
-    a block) if smaller eigenvalues hide behind: where the residual r exceeds half of the Ritz value
-    theta. The values after q, q - d and q - 2d steps agree before any has met small eigenvalues.
+    a block) if smaller eigenvalues hide behind. The values after q, q - d and q - 2d steps agree
+    before any has met small eigenvalues.
 
-    The spectrum is taken to go on below theta as it does above, down to a = theta^2 / eta, with the
-    next Ritz value eta, or thrice as far where clusters show (eta > 100 theta, or r > 5 theta). Of
-    two eigenvalues with the mean theta and the deviation r, the one at a has the mass
-    r^2 / (r^2 + (theta - a)^2). The result is this mass times the distance of f(a) from the line
-    through f(theta) and f(theta / 2), as quadrature is exact for lines; but |f| next to 0 where f
-    is singular there (not of log) and r is `UNRESOLVED` times as large as theta.
+    A Ritz value theta with the residual r is taken for the mean of two eigenvalues a and b with the
+    deviation r. The spectrum goes on below theta as it does above, down to a = theta^2 / eta, with
+    the next Ritz value eta, or thrice as far where clusters show (eta > 100 theta, or r > 5 theta);
+    a has the mass r^2 / (r^2 + (theta - a)^2), and b = theta + r^2 / (theta - a), at most the
+    largest node. The result is this mass times the distance of f(a) from a line, as quadrature is
+    exact for lines: through f(theta) and f(b) where r > 3 theta, else f(theta / 2); but |f| next to
+    0 where f is singular there (not of log) and r is `UNRESOLVED` times as large as theta.
     """
     x = jnp.abs(nodes)
     order = jnp.sort(jnp.where(counts, x, jnp.inf), axis=-1)
     eta = order[..., min(count, x.shape[-1] - 1), None]
-    share = jnp.where(jnp.isfinite(eta), jnp.minimum(relative(x, eta), 1), 1)  # a / theta
+    low = jnp.where(jnp.isfinite(eta), jnp.minimum(relative(x, eta), 1), 1)  # a / theta
     ratios = jnp.where(x <= order[..., count - 1, None], relative(residuals, x), 0)
-    share = jnp.where((share < 0.01) | (ratios > 5), share**3, share)
-    lowest, half = on_nodes(fn, share * nodes), on_nodes(fn, nodes / 2)
+    low = jnp.where((low < 0.01) | (ratios > 5), low**3, low)
+    top = relative(jnp.max(x, axis=-1, keepdims=True), x)
+    high = jnp.minimum(1 + relative(jnp.square(ratios), 1 - low), top)  # b / theta
+    second = jnp.where((ratios > 3) & (high > 1), high, 0.5)
+    of_low, of_second, half = (on_nodes(fn, share * nodes) for share in (low, second, 0.5))
+    mass = 1 / (1 + jnp.square(relative(1 - low, ratios)))
     shape = *nodes.shape, *[1] * (values.ndim - nodes.ndim)
-    share, ratios = share.reshape(shape), ratios.reshape(shape)
-    mass = 1 / (1 + jnp.square(relative(1 - share, ratios)))
+    low, second, mass, ratios = (y.reshape(shape) for y in (low, second, mass, ratios))
     size = jnp.abs(values)
-    bend = jnp.abs(lowest - values + 2 * (1 - share) * (values - half))
+    slope = (of_second - values) / (second - 1)
+    bend = jnp.abs(of_low - values + (1 - low) * slope)
     change = mass * jnp.where(jnp.isfinite(bend), bend, size)
     change = jnp.where(change > size / 20, change, 0)
     next_to_0 = jnp.abs(on_nodes(fn, float(jnp.finfo(nodes.dtype).eps) * nodes))
     far = (ratios > UNRESOLVED) & (next_to_0 > 100 * (size + jnp.abs(half)))
-    return jnp.where(ratios > 0.5, jnp.where(far, jnp.fmax(change, next_to_0), change), 0)
+    return jnp.where(far, jnp.fmax(change, next_to_0), change)
 
 
 def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, "p q q ..."]:
