@@ -393,9 +393,8 @@ def test_extreme_scales():
         for one, other in zip(usual, at(np.float32(unit)), strict=True):
             for name in ("value", "std_err", "quadrature_error"):
                 expected, found = (np.asarray(getattr(x, name), float) for x in (one, other))
-                np.testing.assert_allclose(
-                    found * unit, expected, rtol=1e-3, atol=1e-5 * expected.max()
-                )
+                least = 1e-5 * expected.max()
+                np.testing.assert_allclose(found * unit, expected, rtol=1e-3, atol=least)
 
 
 def test_a_large_unit_without_a_preconditioner():
@@ -409,10 +408,10 @@ def test_a_large_unit_without_a_preconditioner():
 
 def test_exact_inverses_at_extreme_scales_state_their_rounding():
     """Errors of tiny or huge inverses do not underflow to 0, and nothing does before the end."""
-    exact = np.diag(np.linalg.inv(decaying() + NOISE * np.eye(N)))
+    matrix = decaying() + NOISE * np.eye(N)
+    exact = np.diag(np.linalg.inv(matrix))
     for unit in np.float32([2.0**-110, 2.0**118]):
-        matrix = unit * (decaying() + NOISE * np.eye(N)).astype(np.float32)
-        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        operator = lx.MatrixLinearOperator(unit * np.float32(matrix), PSD)
         found = jax.device_get(tr.inverse_diagonal(jr.key(0), operator, N))
         away = np.abs(found.value.astype(float) * unit - exact)
         np.testing.assert_array_less(away, (4 * found.std_err + found.quadrature_error) * unit)

@@ -447,43 +447,32 @@ def test_derivative_beside_padding_that_holds_nan():
     # (It comes first: what stands in for the padding is not the first batch.)
     padded = np.concatenate([np.full((1, 4), np.nan), batches[:2]])
     found, (gradient, by_weight) = both((params, np.array([0.0, 1.0, 1.0])), padded)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-    np.testing.assert_allclose(gradient, slope, rtol=1e-12)
+    np.testing.assert_allclose([found, *gradient], [expected, *slope], rtol=1e-12)
     np.testing.assert_allclose(by_weight, [np.nan, *by_weights], rtol=1e-12)
 
 
 def test_means_of_many_batches_in_half_precision():
     """A sum of 3000 terms in half precision ceases to grow at 2048; large weights overflow."""
     dtype = jnp.float16
+    params, batches = np.ones(4, dtype), np.ones((3000, 4), dtype)
 
     def loss(params, batch):
         return 0.5 * jnp.sum(params * params * batch)
 
-    def model(params, batch):
-        return params * jnp.sqrt(batch)
-
-    params, batches = np.ones(4, dtype), np.ones((3000, 4), dtype)
-    half = np.asarray(0.5, dtype)
-
-    # The derivative is a sum over the batches, too.
-    def value(params, batches):
-        operator = curvature.hessian(
-            lambda params, batch: jnp.sum(jnp.sin(params) * batch), params, batches=batches
-        )
-        return tr.trace(jr.key(0), operator, 4).value
-
     @jax.jit
     def run(params, batches, weights):
-        operators = (
-            curvature.hessian(loss, params, batches=batches),
-            curvature.hessian(loss, params, batches=batches[:10], weights=weights),
-            curvature.gauss_newton(
-                model, lambda y, _: half * jnp.sum(y * y), params, batches=batches
-            ),
-        )
+        given = (batches, None), (batches[:10], weights)
+        operators = [curvature.hessian(loss, params, batches=x, weights=w) for x, w in given]
+        fns = lambda p, batch: p * jnp.sqrt(batch), lambda y, _: dtype(0.5) * jnp.sum(y * y)
+        operators.append(curvature.gauss_newton(*fns, params, batches=batches))
         forms = [operator.mean(operator.form, params) for operator in operators]
         traces = [tr.trace(jr.key(0), operator, 4).value for operator in operators]
         return forms, traces, jax.grad(value)(params, batches)
+
+    # The derivative is a sum over the batches, too.
+    def value(params, batches):
+        sines = lambda params, batch: jnp.sum(jnp.sin(params) * batch)  # noqa: E731
+        return tr.trace(jr.key(0), curvature.hessian(sines, params, batches=batches), 4).value
 
     forms, traces, gradient = run(params, batches, np.full(10, 4e307))
     for form, trace in zip(forms, traces, strict=True):
@@ -528,9 +517,7 @@ def test_gradients_without_a_derivative():
     dtype = np.float32
     x = jnp.asarray(np.linspace(-1, 2, 12).astype(dtype))
 
-    def total(x):
-        return opaque(x) + jnp.sum(x) ** 2
-
+    total = lambda x: opaque(x) + jnp.sum(x) ** 2  # noqa: E731
     operator = curvature.hessian(total, x, mode="finite-difference")
 
     @jax.jit
