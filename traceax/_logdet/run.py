@@ -132,8 +132,8 @@ def fields_and_budget(
     kinds = AbstractPreconditioner if inverse else (AbstractPreconditioner, BuiltPreconditioner)
     if not (auto or preconditioner is None or isinstance(preconditioner, kinds)):
         raise TypeError(
-            f"`{name}` takes no {preconditioner!r} for a preconditioner. Use 'auto', None, or an "
-            "instance such as `traceax.NystromPreconditioner(rank=100)`."
+            f"`{name}` takes no {type(preconditioner).__name__} for a preconditioner. Use 'auto', "
+            "None, or an instance such as `traceax.NystromPreconditioner(rank=100)`."
         )
     chosen: Any = "auto" if auto else lax.stop_gradient(preconditioner)
     if isinstance(chosen, BuiltPreconditioner):
