@@ -88,8 +88,8 @@ def unresolved(
     the next Ritz value eta, or thrice as far where clusters show (eta > 100 theta, or r > 5 theta);
     a has the mass r^2 / (r^2 + (theta - a)^2), and b = theta + r^2 / (theta - a), at most the
     largest node. The result is this mass times the distance of f(a) from a line, as quadrature is
-    exact for lines: through f(theta) and f(b) where r > 3 theta, else f(theta / 2); but |f| next to
-    0 where f is singular there (not of log) and r is `UNRESOLVED` times as large as theta.
+    exact for lines: through f(theta) and, where r > 3 theta and f decays, f(b), else f(theta / 2);
+    but |f| next to 0 where f is singular there (not of log) and r > `UNRESOLVED` theta.
     """
     x = jnp.abs(nodes)
     order = jnp.sort(jnp.where(counts, x, jnp.inf), axis=-1)
@@ -99,13 +99,14 @@ def unresolved(
     low = jnp.where((low < 0.01) | (ratios > 5), low**3, low)
     top = relative(jnp.max(x, axis=-1, keepdims=True), x)
     high = jnp.minimum(1 + relative(jnp.square(ratios), 1 - low), top)  # b / theta
-    second = jnp.where((ratios > 3) & (high > 1), high, 0.5)
-    of_low, of_second, half = (on_nodes(fn, share * nodes) for share in (low, second, 0.5))
+    of_low, of_high, half = (on_nodes(fn, share * nodes) for share in (low, high, 0.5))
     mass = 1 / (1 + jnp.square(relative(1 - low, ratios)))
     shape = *nodes.shape, *[1] * (values.ndim - nodes.ndim)
-    low, second, mass, ratios = (y.reshape(shape) for y in (low, second, mass, ratios))
+    low, high, mass, ratios = (y.reshape(shape) for y in (low, high, mass, ratios))
     size = jnp.abs(values)
-    slope = (of_second - values) / (second - 1)
+    decays = (ratios > 3) & (high > 1) & (jnp.abs(of_high) <= size)
+    slope = jnp.where(decays, of_high - values, 2 * (values - half))
+    slope = slope / jnp.where(decays, high - 1, 1)
     bend = jnp.abs(of_low - values + (1 - low) * slope)
     change = mass * jnp.where(jnp.isfinite(bend), bend, size)
     change = jnp.where(change > size / 20, change, 0)
